@@ -1,7 +1,8 @@
 """Clock, signals and ticking: the one module that waits.
 
-Redis's time decides expiry, monotonic time decides trust, and the two never meet elsewhere. A stop is
-an event that a signal sets; every loop waits on it instead of sleeping, so that a stop is prompt.
+Redis's time decides expiry, monotonic time decides trust, and the two never meet elsewhere. A stop
+is an event that a signal sets; every loop waits on it instead of sleeping, so that a stop is
+prompt.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 This planner is the simplest honest one. Slots are laid in a row and cut where the tokens divide
 evenly; a partition keeps its owner for as long as that owner lives, and what is new goes to whoever
-has the least. Speeds are not known to it yet: a consumer whose route runs dry steals from the end of
-the longest other route, so unequal cards still finish together.
+has the least. Speeds are not known to it yet: a consumer whose route runs dry steals from the end
+of the longest other route, so unequal cards still finish together.
 
 Pure and deterministic: equal inputs give equal plans, byte for byte (names are sorted first).
 """

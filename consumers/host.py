@@ -1,8 +1,8 @@
 """The engine host: the child process that owns an engine, so that its crash or hang is survivable.
 
 It is a loop around `consumers.engine.Engine` and a socket to its consumer. It knows no Redis and no
-task. When the consumer dies the socket ends and so does the host; a host that hangs is killed by the
-consumer, or by the kernel (broker.leash) when the consumer is gone.
+task. When the consumer dies the socket ends and so does the host; a host that hangs is killed by
+the consumer, or by the kernel (broker.leash) when the consumer is gone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The consumer's side of its engine host: spawn it, speak with it, notice that it died or hangs.
 
 One thread (the consumer's main thread, which must also be the one that spawns: see broker.leash)
-calls `poll`; nothing here blocks longer than the time given to it. Writes go through a buffer, since
-a host that hangs does not read. A host is killed with its whole process group, because engines start
-processes of their own.
+calls `poll`; nothing here blocks longer than the time given to it. Writes go through a buffer,
+since a host that hangs does not read. A host is killed with its whole process group, because
+engines start processes of their own.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The client side of tokenmq: reads input, submits, collects. Imports broker's contract only."""
