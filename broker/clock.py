@@ -58,7 +58,7 @@ class Backoff:
         """Milliseconds to wait now."""
         self.failures += 1
         wait = min(self._most_ms, self._first_ms * 2 ** min(self.failures - 1, 10))
-        return wait * random.uniform(0.5, 1.0)
+        return float(wait * random.uniform(0.5, 1.0))
 
     def worth_logging(self) -> bool:
         """The first failure, the second, the fourth, and so on: an outage is not a flood."""

@@ -23,10 +23,10 @@ DRY_FOR_MS = 1_000
 
 
 class Read(NamedTuple):
-    """Ask this partition for up to `count` entries."""
+    """Ask this partition for up to `most` entries."""
 
     partition: str
-    count: int
+    most: int
 
 
 class Room(NamedTuple):
@@ -127,7 +127,7 @@ class Feed:
 
     def answered(self, read: Read, got: int, now_ms: int) -> None:
         """Note how much a read brought."""
-        if got < read.count:
+        if got < read.most:
             seen = self._backlog.get(read.partition, (0, 0))[0]
             self._dry[read.partition] = (seen, now_ms + DRY_FOR_MS)
         else:
