@@ -25,7 +25,7 @@ import redis
 from broker.entries import Burial, NewEntry, Outcome, RawEntry, Requeued, body_of
 from broker.settings import Settings, load_settings
 from broker.store import Store
-from broker.wire import Header, encode_packed, encode_result
+from broker.wire import Header, decode_result, encode_packed, encode_result, salvage
 
 hypothesis.settings.register_profile(
     "tokenmq",
@@ -211,46 +211,60 @@ def counted(store: Store, admin: redis.Redis) -> Iterator[Store]:
 # ---------------------------------------------------------------- makers
 
 
-def new_entry(task_id: str, partition: str = "0.1", *, tokens: int = 10, **more: Any) -> NewEntry:
+def new_entry(
+    task_id: str, partition: str = "0.1", *, job: str = "j", tokens: int = 10, **more: Any
+) -> NewEntry:
     """A small task on its way into a partition."""
-    packed = encode_packed({"id": task_id, "prompt": f"say {task_id}", **more})
+    packed = encode_packed({"id": task_id, "job": job, "prompt": f"say {task_id}", **more})
     return NewEntry(partition, tokens, packed, Header(tokens).encode())
 
 
 def new_entries(count: int, partition: str = "0.1", *, first: int = 0) -> list[NewEntry]:
-    return [new_entry(f"t{number}", partition) for number in range(first, first + count)]
-
-
-def outcome(
-    partition: str, entry: RawEntry, *, job: str = "j", status: str = "ok", text: str = "done"
-) -> Outcome:
-    """The end of one delivery, whose result says `text`."""
-    entry_id, fields = entry
-    packed, header = body_of(fields)
-    result = encode_result({"id": "x", "job": job, "status": status, "text": text}, flat=False)
-    size = len(packed or b"")
-    return Outcome(partition, entry_id, job, status, header.tokens, size, 11, 5, 7, 0, result)
-
-
-def requeued(entry: RawEntry, *, delay_ms: int = 0, crashes: int = 0) -> Requeued:
-    entry_id, fields = entry
-    packed, header = body_of(fields)
-    new = header._replace(crashes=crashes).encode()
-    return Requeued(entry_id, header.tokens, len(packed or b""), delay_ms, new)
-
-
-def burial(partition: str, entry: RawEntry, *, job: str = "j", counts: bool = False) -> Burial:
-    """A dead letter; with a job also an error result."""
-    entry_id, fields = entry
-    packed, header = body_of(fields)
-    result: list[bytes] = []
-    if job:
-        result = encode_result({"id": "x", "job": job, "status": "error"}, flat=False)
-    letter = [b"m", packed or b"", b"code", b"bad", b"reason", b"because"]
-    size = len(packed or b"")
-    return Burial(partition, entry_id, header.tokens, size, letter, job, result, counts=counts)
+    return [new_entry(f"t{number:04}", partition) for number in range(first, first + count)]
 
 
 def fill(store: Store, entries: Sequence[NewEntry], job: str = "j") -> None:
     """Submit without a cursor."""
     assert store.submit(job, "", "", entries) is None
+
+
+def opened(entry: RawEntry) -> tuple[str, str, Header, int]:
+    """(job, task id, header, bytes of the task) of a delivery."""
+    packed, header = body_of(entry[1])
+    job, task_id = salvage(entry[1]) or ("j", "unknown")
+    return job, task_id, header, len(packed or b"")
+
+
+def outcome(partition: str, entry: RawEntry, status: str = "ok", **facts: Any) -> Outcome:
+    """The end of one delivery, with a result that names the task."""
+    job, task_id, header, size = opened(entry)
+    result = encode_result({"id": task_id, "job": job, "status": status}, flat=False)
+    made = Outcome(partition, entry[0], job, status, header.tokens, size, 11, 5, 7, 0, result)
+    return made._replace(**facts)
+
+
+def requeued(entry: RawEntry, *, delay_ms: int = 0, crashes: int = 0) -> Requeued:
+    _, _, header, size = opened(entry)
+    new = header._replace(crashes=crashes).encode()
+    return Requeued(entry[0], header.tokens, size, delay_ms, new)
+
+
+def burial(
+    partition: str, entry: RawEntry, *, with_result: bool = True, counts: bool = False
+) -> Burial:
+    """A dead letter, and the error result of a task that can be named."""
+    job, task_id, header, size = opened(entry)
+    result = encode_result({"id": task_id, "job": job, "status": "error"}, flat=False)
+    letter = [b"m", entry[1].get(b"m", b""), b"code", b"bad", b"reason", b"because"]
+    made = Burial(partition, entry[0], header.tokens, size, letter, job, result, counts)
+    return made if with_result else made._replace(job="", result=[])
+
+
+def result_ids(store: Store, job: str = "j") -> list[str]:
+    """The task ids of a job's results, in order, doubles included."""
+    return [decode_result(fields)["id"] for _, fields in store.results(job, "0", 100_000, 0)]
+
+
+def contents(admin: redis.Redis) -> dict[bytes, bytes]:
+    """Everything in Redis, to see that a call changed nothing."""
+    return {key: admin.dump(key) for key in sorted(admin.keys())}
