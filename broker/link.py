@@ -24,7 +24,17 @@ from redis.retry import Retry
 from broker.errors import Overloaded, StoreRefused, StoreUnavailable
 from broker.settings import Settings
 
-_PASSING = ("LOADING", "BUSY", "TRYAGAIN", "MASTERDOWN", "READONLY", "CLUSTERDOWN", "UNBLOCKED")
+_PASSING = (
+    "LOADING", "BUSY", "TRYAGAIN", "MASTERDOWN", "READONLY", "CLUSTERDOWN", "UNBLOCKED",
+    "NOREPLICAS",
+)  # fmt: skip
+# redis-py takes the code off the text of these. A demoted primary says READONLY after a failover.
+_PASSING_CLASSES = (
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.TryAgainError,
+    redis.exceptions.MasterDownError,
+    redis.exceptions.ClusterDownError,
+)
 
 
 class MissingGroup(StoreUnavailable):
@@ -75,8 +85,8 @@ class Link:
         with self._faults():
             return self._redis.execute_command(*words)
 
-    def calls(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Several commands in one round trip, not atomic. Errors stand in the list."""
+    def calls(self, commands: Sequence[Sequence[Any]], *, strict: bool = False) -> list[Any]:
+        """Several commands in one round trip, not atomic. Errors are listed or, strict, raised."""
         if not commands:
             return []
         with self._faults():
@@ -85,7 +95,8 @@ class Link:
                 pipeline.execute_command(*words)
             replies: list[Any] = pipeline.execute(raise_on_error=False)
             for reply in replies:
-                if isinstance(reply, redis.ConnectionError | redis.TimeoutError):
+                lost = isinstance(reply, redis.ConnectionError | redis.TimeoutError)
+                if lost or (strict and refused(reply)):
                     raise reply
             return replies
 
@@ -119,14 +130,17 @@ class Link:
         except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
             raise StoreUnavailable(f"Redis at {self.shown} does not answer: {error}") from None
         except redis.ResponseError as error:
-            raise self._answered(str(error)) from None
+            raise self._answered(error) from None
 
-    def _answered(self, text: str) -> Exception:
+    def _answered(self, error: redis.ResponseError) -> Exception:
+        text = str(error)
         if text.startswith("OOM") or "command not allowed when used memory" in text:
             return Overloaded(f"Redis at {self.shown} is at maxmemory")
         if "NOGROUP" in text:
             return MissingGroup(text)
-        if text.startswith(_PASSING) or "BUSY Redis" in text:
+        # Redis 6.2 puts the error of a command in a script behind a dash, into a longer text.
+        passing = text.startswith(_PASSING) or any(f"-{code} " in text for code in _PASSING)
+        if passing or isinstance(error, _PASSING_CLASSES):
             return StoreUnavailable(f"Redis at {self.shown} is not ready: {text}")
         return StoreRefused(f"Redis at {self.shown} refused: {text}")
 

@@ -292,6 +292,18 @@ end
 if cancelled > 0 then redis.call('HINCRBY', KEYS[4], 'cancelled', cancelled) end
 return cancelled
 
+--- enrol
+-- Heartbeats must go through at maxmemory too, else those who drain Redis would be declared dead. So
+-- this and renew begin with a write that is allowed there; nobody sees the gap.
+-- KEYS roster   ARGV incarnation
+redis.call('SREM', KEYS[1], ARGV[1])
+return redis.call('SADD', KEYS[1], ARGV[1])
+
+--- renew
+-- KEYS consumer   ARGV facts ttl_ms
+redis.call('DEL', KEYS[1])
+return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+
 --- forget
 -- Remove a consumer's name where nothing is pending for it. XGROUP DELCONSUMER drops pending entries
 -- for ever, so it stands behind a check in the same step.
@@ -341,7 +353,9 @@ for i = 2, #KEYS do
   local partition = ARGV[i - 1]
   local length = redis.call('TYPE', KEYS[i]).ok == 'stream' and redis.call('XLEN', KEYS[i]) or 0
   local before, tokens = known[partition] or 0, known[partition .. ':t'] or 0
-  if length ~= before then
+  if length == 0 then
+    tokens = 0  -- what foreign headers left over
+  elseif length ~= before then
     tokens = before > 0 and math.floor(tokens * length / before) or 256 * length
   end
   put(partition .. ':t', tokens)
@@ -354,6 +368,11 @@ for field, value in pairs(known) do
     total = total + value
   end
 end
+local before, bytes = known['tasks'] or 0, known['bytes'] or 0
+if total == 0 then
+  put('bytes', 0)
+elseif total ~= before then
+  put('bytes', before > 0 and math.floor(bytes * total / before) or 1024 * total)
+end
 put('tasks', total)
-if total == 0 then put('bytes', 0) end
 return mended

@@ -105,7 +105,7 @@ class Store:
         """Write facts of a job that nobody has written yet (the first one wins)."""
         key = self.keys.job(job)
         commands = [("HSETNX", key, name, value) for name, value in facts.items()]
-        _raise_first(self._link.calls([*commands, ("SADD", self.keys.jobs, job)]))
+        self._link.calls([*commands, ("SADD", self.keys.jobs, job)], strict=True)
 
     def close_job(self, job: str, total: int) -> None:
         """The input has ended: the job has so many tasks."""
@@ -261,11 +261,8 @@ class Store:
 
     def announce(self, consumer: str, incarnation: str, facts: bytes, ttl_ms: int) -> None:
         """A heartbeat: the roster first, so that what this incarnation reads is found."""
-        commands = [
-            ("SADD", self.keys.roster, incarnation),
-            ("SET", self.keys.consumer(consumer), facts, "PX", ttl_ms),
-        ]
-        _raise_first(self._link.calls(commands))
+        self._link.script("enrol", [self.keys.roster], [incarnation])
+        self._link.script("renew", [self.keys.consumer(consumer)], [facts, ttl_ms])
 
     def withdraw(self, consumer: str) -> None:
         """A clean goodbye: the consumer's lease ends now."""
@@ -288,7 +285,8 @@ class Store:
         found: set[str] = set()
         while True:
             cursor, names = self._link.call("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
-            found.update(name.decode() for name in names)
+            # A foreign key need not be UTF-8; what it becomes here names nothing of ours.
+            found.update(name.decode("utf-8", "replace") for name in names)
             if cursor == b"0":
                 return sorted(found)
 
@@ -309,8 +307,8 @@ class Store:
         except MissingGroup:
             return []
         ids = [row[0] for row in held]
-        replies = self._link.calls([("XRANGE", key, entry_id, entry_id) for entry_id in ids])
-        _raise_first(replies)
+        commands = [("XRANGE", key, entry_id, entry_id) for entry_id in ids]
+        replies = self._link.calls(commands, strict=True)
         return [
             _entry(reply[0]) if reply else (entry_id, {})
             for entry_id, reply in zip(ids, replies, strict=True)
@@ -486,9 +484,3 @@ def _entry(raw: Any) -> RawEntry:
 
 def _entries(raw: Any) -> list[RawEntry]:
     return [_entry(entry) for entry in raw]
-
-
-def _raise_first(replies: Iterable[Any]) -> None:
-    for reply in replies:
-        if refused(reply):
-            raise StoreRefused(str(reply))

