@@ -1,8 +1,7 @@
 """Clock, signals and ticking: the one module that waits.
 
 Redis's time decides expiry, monotonic time decides trust, and the two never meet elsewhere. A stop
-is an event that a signal sets; every loop waits on it instead of sleeping, so that a stop is
-prompt.
+is an event that a signal sets; loops wait on it instead of sleeping, so that it is prompt.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ class Backoff:
     def failed(self) -> float:
         """Milliseconds to wait now."""
         self.failures += 1
-        wait = min(self._most_ms, self._first_ms * 2 ** min(self.failures - 1, 10))
-        return float(wait * random.uniform(0.5, 1.0))
+        wait = min(self._most_ms, self._first_ms << min(self.failures - 1, 10))
+        return wait * random.uniform(0.5, 1.0)
 
     def worth_logging(self) -> bool:
         """The first failure, the second, the fourth, and so on: an outage is not a flood."""

@@ -1,7 +1,7 @@
 """A leash: a child that dies with the process that started it, whatever kills that.
 
-`python -m broker.leash PARENT_PID -- argv…` asks the Linux kernel to kill it when its parent ends, and
-then becomes argv. The kernel watches the *thread* that spawned the child: spawn from the main
+`python -m broker.leash PARENT_PID -- argv…` asks the Linux kernel to kill it when its parent ends,
+and then becomes argv. The kernel watches the *thread* that spawned the child: spawn from the main
 thread. Elsewhere than Linux it only becomes argv.
 """
 

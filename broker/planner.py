@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 def make_plan(
     backlog: Mapping[str, tuple[int, int]], consumers: Sequence[str], current: Plan
 ) -> Plan:
-    """Routes for these consumers over (tasks, tokens) per partition; `current` when nothing moves."""
+    """Routes over (tasks, tokens) per partition; `current` itself when nothing moves."""
     names = sorted(consumers)
     if not names:
         return current

@@ -37,7 +37,7 @@ class Recovery:
         return False
 
     def recover(self, incarnation: str) -> int:
-        """Requeue or bury everything that is pending for a dead incarnation, then forget its name."""
+        """Requeue or bury all that is pending for a dead incarnation, then forget its name."""
         partitions, moved = self._store.partitions(), 0
         for partition in partitions:
             while True:

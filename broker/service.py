@@ -4,8 +4,8 @@
     adopt     what a dead router left
     sweep     orphans of dead consumers
     promote   delayed retries that are due
-    plan      routes for live consumers      (one broker at a time, by a lease that avoids double
-    work) tidy      empty streams, counters
+    plan      routes for live consumers      (one broker at a time, by a lease)
+    tidy      empty streams, counters
 
 Each loop is a thread with one step to repeat; they share nothing but the store. When the broker is
 away, consumers keep working on their last routes and steal when these run dry.

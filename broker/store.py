@@ -36,7 +36,7 @@ from broker.entries import (
 )
 from broker.errors import GeometryMismatch, Overloaded, StoreRefused
 from broker.geometry import ENGINES_GROUP, ROUTERS_GROUP, Geometry, Keys
-from broker.link import Link, MissingGroup, refused
+from broker.link import Link, MissingGroup
 from broker.settings import Settings
 
 _CANCELLED = -1
@@ -105,7 +105,7 @@ class Store:
         """Write facts of a job that nobody has written yet (the first one wins)."""
         key = self.keys.job(job)
         commands = [("HSETNX", key, name, value) for name, value in facts.items()]
-        self._link.calls([*commands, ("SADD", self.keys.jobs, job)], strict=True)
+        self._link.calls([*commands, ("SADD", self.keys.jobs, job)])
 
     def close_job(self, job: str, total: int) -> None:
         """The input has ended: the job has so many tasks."""
@@ -160,7 +160,7 @@ class Store:
     def results_waiting(self, jobs: Iterable[str]) -> int:
         """The length of the longest results stream of these jobs."""
         replies = self._link.calls([("XLEN", self.keys.results(job)) for job in jobs])
-        return max((reply for reply in replies if not refused(reply)), default=0)
+        return max(replies, default=0)
 
     # ------------------------------------------------------------ consuming
 
@@ -200,10 +200,16 @@ class Store:
             reply = self._link.call(*words)
         return _entries(reply[0][1]) if reply else []
 
-    def _make_group(self, key: str, group: str) -> bool:
-        """Create a group on an existing stream, from 0, so that nothing is skipped."""
-        reply = self._link.calls([("XGROUP", "CREATE", key, group, "0")])[0]
-        return not refused(reply) or "BUSYGROUP" in str(reply)
+    def _make_group(self, key: str, group: str, *options: str) -> bool:
+        """Create a group from 0, so that nothing is skipped; False when there is no stream."""
+        try:
+            self._link.call("XGROUP", "CREATE", key, group, "0", *options)
+        except StoreRefused as error:
+            if "requires the key to exist" in str(error):
+                return False
+            if "BUSYGROUP" not in str(error):  # somebody else was faster, which is fine
+                raise
+        return True
 
     def settle(self, outcomes: Sequence[Outcome]) -> tuple[list[int], int]:
         """End deliveries with a result each. Groups are settled in one step.
@@ -278,7 +284,7 @@ class Store:
         return found
 
     def _values(self, names: Sequence[str]) -> list[bytes | None]:
-        return self._link.calls([("GET", name) for name in names]) if names else []
+        return self._link.calls([("GET", name) for name in names])
 
     def _scan(self, pattern: str) -> list[str]:
         cursor = b"0"
@@ -308,7 +314,7 @@ class Store:
             return []
         ids = [row[0] for row in held]
         commands = [("XRANGE", key, entry_id, entry_id) for entry_id in ids]
-        replies = self._link.calls(commands, strict=True)
+        replies = self._link.calls(commands)
         return [
             _entry(reply[0]) if reply else (entry_id, {})
             for entry_id, reply in zip(ids, replies, strict=True)
@@ -330,8 +336,7 @@ class Store:
         try:
             reply = self._link.call(*words)
         except MissingGroup:
-            made = ("XGROUP", "CREATE", self.keys.ingress, ROUTERS_GROUP, "0", "MKSTREAM")
-            self._link.calls([made])
+            self._make_group(self.keys.ingress, ROUTERS_GROUP, "MKSTREAM")
             reply = self._link.call(*words)
         return _entries(reply[0][1]) if reply else []
 

@@ -35,7 +35,7 @@ class Host:
         self._closing = asyncio.Event()
 
     async def serve(self) -> None:
-        """Until the consumer closes or disappears. Raises EngineUnavailable when the engine dies."""
+        """Until the consumer closes or disappears, or the engine dies."""
         loops = [asyncio.create_task(loop()) for loop in (self._receive, self._send, self._report)]
         closing = asyncio.create_task(self._closing.wait())
         done, _ = await asyncio.wait([*loops, closing], return_when=asyncio.FIRST_COMPLETED)

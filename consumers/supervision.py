@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from broker.leash import leashed
-
 from consumers import frames
 from consumers.engine import Capacity, Completion, EngineStats, Generation
 

@@ -16,7 +16,7 @@ NAMES = tuple(_ENGINES)
 
 
 def make_engine(name: str, options: dict[str, Any]) -> Engine:
-    """An engine by name. Raises EngineUnavailable for an unknown name, option or missing package."""
+    """An engine by name. Raises EngineUnavailable for an unknown name, option or package."""
     if name not in _ENGINES:
         raise EngineUnavailable(f"unknown engine: {name} (known: {', '.join(NAMES)})")
     module, attribute = _ENGINES[name]

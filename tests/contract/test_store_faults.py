@@ -5,8 +5,6 @@ After every test the backlog counters are compared with the streams.
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from conftest import (
     backlog_faults,
@@ -263,9 +261,11 @@ def wrong_type_calls(store, entry):
 def test_a_key_of_the_wrong_type_stops_the_step_before_its_first_write(counted, admin, name):
     fill(counted, new_entries(1))
     (entry,) = counted.read("0.1", "a", 1)
-    for key, calls in wrong_type_calls(counted, entry).items():
-        if f":{name}:" not in key:
-            continue
+    wrong = {
+        key: calls for key, calls in wrong_type_calls(counted, entry).items() if f":{name}:" in key
+    }
+    assert len(wrong) == 1
+    for key, calls in wrong.items():
         aside = admin.exists(key) and admin.rename(key, "{0}aside")
         admin.set(key, "somebody else's")
         held = contents(admin)
@@ -458,27 +458,3 @@ def test_a_call_whose_reply_was_lost_happens_once_although_it_is_repeated(own_se
     assert store.job("j").submitted == store.backlog_tasks() == 1
     assert backlog_faults(store, own_server.admin) == []
     store.close()
-
-
-# ---------------------------------------------------------------- several threads
-
-
-def test_threads_share_a_store_and_each_task_ends_once(counted):
-    fill(counted, new_entries(400))
-    codes: list[int] = []
-
-    def drain(name):
-        while True:
-            read = counted.read("0.1", name, 7)
-            if not read:
-                return
-            ends = [outcome("0.1", entry) for entry in read]
-            codes.extend(counted.settle(ends + ends)[0])
-
-    threads = [threading.Thread(target=drain, args=(f"c{n}",)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (codes.count(DONE), codes.count(SUPERSEDED)) == (400, 400)
-    assert len(set(result_ids(counted))) == len(result_ids(counted)) == 400

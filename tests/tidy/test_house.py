@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -307,3 +308,16 @@ def test_a_long_function_is_found():
     body = "    pass\n"
     assert functions_that_are_too_long(ast.parse("def f():\n" + body * 69)) == []
     assert functions_that_are_too_long(ast.parse("def f():\n" + body * 70)) == ["f"]
+
+
+# ---------------------------------------------------------------- the tools agree
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",)],
+    ids=["lint", "format", "types"],
+)
+def test_the_tools_of_the_house_find_nothing(words):
+    found = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
